@@ -3,8 +3,9 @@
 
 For each setting of the toggle reducers, and with the tasks' pages copied by CRIU instead of phosd, it prints the median
 of the phases that make up the stall, what CRIU counts (stats-dump: freezing, frozen, dumping and writing memory), how
-much memory its images hold, with --gaps the longest gaps in CRIU's log, and whose memory the pages are (from the
-program's smaps just before the dump). "unaccounted" is what the phases leave of the stall.
+much memory its images hold, with --gaps the longest gaps in CRIU's log and how long it waits for its code in a task to
+reach a breakpoint, and whose memory the pages are (from the program's smaps just before the dump). "unaccounted" is
+what the phases leave of the stall.
 """
 
 from __future__ import annotations
@@ -70,6 +71,16 @@ def gaps(log: Path, count: int = GAPS) -> list[tuple[float, float, str]]:
             found.append((now - before[0], before[0], before[1]))
         before = (now, match[2][:100])
     return sorted(found, reverse=True)[:count]
+
+
+def trapped_after(log: Path) -> float:
+    """Return the seconds until CRIU's code in the first task has come to its end, a breakpoint (compel)."""
+    text = log.read_text(errors="replace")
+    found = [
+        re.search(rf"^\(([\d.]+)\)\s*{what}", text, re.MULTILINE)
+        for what in (r"Waiting for \d+ to trap", r"\d+ was trapped")
+    ]
+    return float(found[1][1]) - float(found[0][1]) if found[0] and found[1] else 0.0
 
 
 def owner(path: str) -> str:
@@ -143,7 +154,9 @@ class Bench:
                 process.criu_dump(program, folder, leave_running=True)
                 program.wait_iterations(5)
                 runs.append({"stall_s": heartbeat.stop(), **self.parts(folder)})
-                longest = gaps(folder / "dump.log") if chosen.gaps else []
+                if chosen.gaps:
+                    longest = gaps(folder / "dump.log")
+                    runs[-1]["criu_trap_seconds"] = trapped_after(folder / "dump.log")
                 if chosen.keep:
                     shutil.copy(folder / "dump.log", chosen.work / f"{len(runs)}-{re.sub(r'[ ,]+', '-', key)}.log")
                 shutil.rmtree(folder)
