@@ -20,6 +20,7 @@ from phos.gpu_engine.save_plan import Pump, SavedPiece, SavePlan
 from phos.images.mapping import view_of
 
 REST_SECONDS = 0.01
+"""After so long who rests looks whether there is anything left to rest for."""
 
 Changed = Callable[[Piece, int, memoryview], Exception]
 """What to fail with because a chunk of a piece, counted from its beginning, has not the hash that it should; the memory

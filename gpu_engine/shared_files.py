@@ -31,7 +31,7 @@ from phos.gpu_engine.errors import CheckpointFailed
 from phos.gpu_engine.shared_rooms import Replacement, Room, SharedRooms, name_in
 from phos.gpu_engine.task_pages import pages_advice
 from phos.images import criu_pages
-from phos.images.files import describe_path
+from phos.images.files import describe_path, new_file_in
 from phos.images.formats import shared_pages_file
 from phos.images.mapping import MADV_POPULATE_WRITE, advise, map_memory, unmap_memory
 
@@ -166,8 +166,7 @@ class _SharedMemory:
             self.name, self.file = room.name, room.file
             return
         self.name = shared_pages_file(inode)
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-        self.file = os.open(self.name, flags, 0o600, dir_fd=directory)
+        self.file = new_file_in(directory, self.name)
 
     def close(self) -> None:
         if self.room is not None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from phos.gpu_engine import procfs
+from phos.images.files import new_file_in
 
 log = logging.getLogger(__name__)
 
@@ -187,8 +188,7 @@ class HeldFile:
         descriptor = -1
         try:
             remove_if_left(directory, path.name)
-            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-            descriptor = os.open(path.name, flags, 0o600, dir_fd=directory)
+            descriptor = new_file_in(directory, path.name)
             # Between making and locking it, it may have been taken for one that was left: then it is removed.
             if not lock(descriptor) or not _has(directory, path.name, descriptor):
                 raise BlockingIOError(f"{path} is locked by somebody else")

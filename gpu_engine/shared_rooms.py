@@ -13,14 +13,13 @@ import stat
 import threading
 from collections.abc import Iterable
 from contextlib import suppress
-from functools import partial
 
 import psutil
 
 from phos.images import criu_files
-from phos.images.files import allocate, free_bytes, lives_in_memory, run_in_threads
+from phos.images.files import allocate, free_bytes, lives_in_memory, new_file_in, populate
 from phos.images.formats import shared_room_file
-from phos.images.mapping import HUGE_PAGE, MADV_POPULATE_WRITE, advise, map_memory, unmap_memory
+from phos.images.mapping import HUGE_PAGE, map_memory, unmap_memory
 
 LEAST_BYTES = 4 << 20
 """What is smaller gets its pages while it is copied."""
@@ -30,9 +29,6 @@ ROOMS_MOST = 64
 
 LARGER_BYTES = 1 << 20
 """So much larger than a file its room may be, or by a sixteenth: CRIU puts its own words before it."""
-
-POPULATE_BYTES = 32 << 20
-"""What a thread populates at once."""
 
 _BUFFER_BYTES = 1 << 20
 
@@ -50,8 +46,7 @@ class Room:
             OSError: the file cannot be made, or not be mapped, or there is no room for it.
         """
         self.name, self.size = name, size
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-        self.file = os.open(name, flags, 0o600, dir_fd=directory)
+        self.file = new_file_in(directory, name)
         try:
             if not allocate(self.file, 0, size):
                 raise OSError("there is no room for it")
@@ -100,14 +95,7 @@ class SharedRooms:
         with self._lock:
             self._free += made
         with suppress(RuntimeError):  # there can be no more threads: then they have pages only where they need them
-            run_in_threads(
-                [
-                    partial(advise, room.address + at, min(POPULATE_BYTES, room.size - at), MADV_POPULATE_WRITE)
-                    for room in made
-                    for at in range(0, room.size, POPULATE_BYTES)
-                ],
-                threads,
-            )
+            populate([(room.address, room.size) for room in made], threads)
 
     def take(self, size: int) -> Room | None:
         """The smallest one that holds so much, and is not meant for something far larger. It is the caller's then.
@@ -155,8 +143,8 @@ class Replacement:
 
     def __init__(self, name: str, device: int, inode: int, room: Room) -> None:
         """``name``, ``device``, ``inode``: CRIU's file."""
-        self.name, self.inode, self.room = name, inode, room
-        self._device = device
+        self.name, self.room = name, room
+        self._file = device, inode
         self._covered: list[tuple[int, int]] = []
 
     def cover(self, begin: int, end: int) -> bool:
@@ -174,7 +162,7 @@ class Replacement:
         """
         with criu_files.open_file(directory, self.name, "r") as theirs:
             status = os.fstat(theirs.fileno())
-            if (status.st_dev, status.st_ino) != (self._device, self.inode) or not stat.S_ISREG(status.st_mode):
+            if (status.st_dev, status.st_ino) != self._file or not stat.S_ISREG(status.st_mode):
                 raise OSError(errno.ESTALE, "it is not the file any more that CRIU has written", self.name)
             if max(end for _, end in self._covered) > status.st_size:
                 raise OSError(errno.EIO, "it has been cut off", self.name)

@@ -22,9 +22,9 @@ from typing import TypeVar
 from phos.gpu_engine import procfs
 from phos.gpu_engine.errors import CheckpointFailed
 from phos.images import criu_pages
-from phos.images.files import allocate, describe_path, free_bytes, run_in_threads
+from phos.images.files import POPULATE_BYTES, allocate, describe_path, free_bytes, new_file_in, populate
 from phos.images.formats import task_pages_file
-from phos.images.mapping import MADV_POPULATE_WRITE, advise, map_memory, unmap_memory
+from phos.images.mapping import map_memory, unmap_memory
 from phos.images.native import chunks_library
 
 log = logging.getLogger(__name__)
@@ -34,9 +34,6 @@ THREADS = max(2, min(8, (os.cpu_count() or 1) // 2))
 
 FOUND = 32768
 """How many runs of pages, and how many mappings, a task is expected to have at most: more take a second look."""
-
-POPULATE_BYTES = 32 << 20
-"""What a thread populates at once."""
 
 GROWTH_BYTES = 4 << 30
 """How much a task's memory may grow, by what the driver saves into it for example, before the file is mapped anew:
@@ -138,8 +135,7 @@ class _Task:
         self._copy: ctypes.c_void_p | None = None  # a struct phos_page_copy
         self._waited = False
         self._failure: CheckpointFailed | None = None
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-        self.file = os.open(self.name, flags, 0o600, dir_fd=directory)
+        self.file = new_file_in(directory, self.name)
 
     def make_room(self) -> None:
         """As much as it has now, and populated: memory-backed file systems find pages more slowly than they fill them.
@@ -153,10 +149,7 @@ class _Task:
         if not size or free_bytes(self.file) < size or not allocate(self.file, 0, size):
             return
         self._map(size + GROWTH_BYTES)
-        pieces = range(0, size, POPULATE_BYTES)
-        run_in_threads(
-            [partial(advise, self._address + at, POPULATE_BYTES, MADV_POPULATE_WRITE) for at in pieces], THREADS
-        )
+        populate([(self._address, size)], THREADS)
 
     def freeze(self, pool: _Pool) -> None:
         """It is frozen, and CRIU has not changed its mappings yet. Its pages are looked for, and copied, from now on.

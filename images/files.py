@@ -8,7 +8,7 @@ import mmap
 import os
 import stat
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import ClassVar, TypeVar
@@ -16,7 +16,7 @@ from typing import ClassVar, TypeVar
 import xxhash
 
 from phos.images.formats import SEGMENT_SIZE, digest, zero_digest
-from phos.images.mapping import HUGE_PAGE, collapse
+from phos.images.mapping import HUGE_PAGE, MADV_POPULATE_WRITE, advise, collapse
 
 T = TypeVar("T")
 
@@ -78,6 +78,15 @@ def allocate_huge(descriptor: int, offset: int, address: int, size: int) -> int:
     return collapse(address, size)
 
 
+def new_file_in(directory: int, name: str) -> int:
+    """A descriptor of a new file, to be read and written, in an open directory.
+
+    Raises:
+        OSError: there is something of that name, or no file can be made.
+    """
+    return os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600, dir_fd=directory)
+
+
 def address_of(view: memoryview) -> int:
     """The address of a writable buffer's first byte."""
     return ctypes.addressof(ctypes.c_char.from_buffer(view))
@@ -110,6 +119,24 @@ def run_in_threads(actions: Sequence[Callable[[], T]], threads: int | None = Non
         futures = []
         del future
     return results
+
+
+POPULATE_BYTES = 32 << 20
+"""What a thread populates at once."""
+
+
+def populate(places: Iterable[tuple[int, int]], threads: int) -> None:
+    """Find the pages of mapped files, (address, size) each, ahead of their use; what there is no room for is left out.
+
+    Raises:
+        RuntimeError: there can be no thread.
+    """
+    actions = [
+        partial(advise, address + offset, length, MADV_POPULATE_WRITE)
+        for address, size in places
+        for offset, length in segments(size, POPULATE_BYTES)
+    ]
+    run_in_threads(actions, threads)
 
 
 def segments(size: int, step: int = SEGMENT_SIZE) -> list[tuple[int, int]]:

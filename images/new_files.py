@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 
 from phos.images import formats
 from phos.images.errors import ImageError
-from phos.images.files import describe_path, free_bytes
+from phos.images.files import describe_path, free_bytes, new_file_in
 
 _WRITE_SIZE = 64 << 20
 
@@ -46,8 +46,7 @@ class NewFiles:
     def create(self, name: str) -> int:
         """A new file, open for reading and writing; ImageError if there is one already."""
         with self.saying(name):
-            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-            fd = os.open(name, flags, 0o600, dir_fd=self.directory)
+            fd = new_file_in(self.directory, name)
         self._made.append(name)
         return fd
 
