@@ -12,7 +12,7 @@
 # steady; jobs: JAX, DataLoader's workers, NVML, shared tensors; copy-load, page-lock, driver-calls, driver-sharing,
 # ungated: what a decision of ours rests on; trace-cow64 trace-restore8 trace-restore32: when each piece was copied,
 # tables of which go to the logs and nothing to the results;
-# gpus: tests that need two GPUs; pytorch-jobs: loaders however workers are started, and torchrun; samples: NVIDIA's CUDA
+# gpus, gpu-pairs: tests that need two GPUs, and what the driver does with lists of them; pytorch-jobs: loaders however workers are started, and torchrun; samples: NVIDIA's CUDA
 # samples, of which there is a checkout in the folder PHOS_CUDA_SAMPLES.
 #
 # Each part has its own time limit and ends with a line `PART name: ...`; parts that do not fit into PHOS_GPU_SECONDS
@@ -179,6 +179,7 @@ for wanted in "$@"; do
     copy-load) measure copy-load 120 copy_load ;;
     driver-calls) measure driver-calls 60 driver_calls ;;
     driver-sharing) measure driver-sharing 60 driver_sharing ;;
+    gpu-pairs) measure gpu-pairs 120 gpu_pairs ;;
     ungated) measure ungated 60 ungated ;;
     page-lock)
         theirs=$python
