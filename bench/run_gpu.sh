@@ -153,7 +153,7 @@ for wanted in "$@"; do
     doctor) part doctor 60 phos-gpu doctor ;;
     tests) gpu_tests tests 400 tests/gpu/test_examples.py tests/gpu/test_lifecycle.py tests/gpu/test_concurrent.py ;;
     answers) gpu_tests answers 300 tests/gpu/test_driver_answers.py ;;
-    gpus) gpu_tests gpus 900 tests/gpu/test_several_gpus.py ;;
+    gpus) gpu_tests gpus 900 tests/gpu/test_other_gpu.py tests/gpu/test_several_gpus.py ;;
     frameworks) gpu_tests frameworks 560 tests/gpu/test_frameworks.py ;;
     libraries) gpu_tests libraries 400 tests/gpu/test_libraries.py ;;
     pytorch-jobs) gpu_tests pytorch-jobs 540 tests/gpu/test_pytorch_jobs.py ;;

@@ -406,9 +406,14 @@ class Guard:
         Raises:
             RestoreFailed: with what ``phos-gpu restore`` said.
         """
+        # Where the job was moved once, later images have it already: by the same words it would be moved again.
         done = subprocess.run(
             [str(launcher("phos-gpu")), "restore", "--json", str(image)],
-            env={**os.environ, "PHOS_GROWN_FILES": os.environ.get("PHOS_GROWN_FILES") or "cut"},
+            env={
+                **os.environ,
+                "PHOS_RESTORE_GPUS": "",
+                "PHOS_GROWN_FILES": os.environ.get("PHOS_GROWN_FILES") or "cut",
+            },
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

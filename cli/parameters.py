@@ -12,6 +12,8 @@ from typing import Any
 
 import click
 
+from phos.gpu_engine.errors import UsageError
+
 AS_JSON = "phos.as_json"
 """In a context's ``meta``: the command was given --json, so that what fails is said on stdout, too (main.py)."""
 
@@ -104,6 +106,33 @@ class NameOrDirectory(NameOrPath):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         return str(value) if os.path.isdir(value) else super().convert(value, param, ctx)
+
+
+class Move(click.ParamType):
+    """OLD=NEW: which GPU here takes the place of which one of an image's; phosd knows what there is."""
+
+    name = "OLD=NEW"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        from phos.gpu_engine.restore.gpu_moves import read_moves  # here, for it is seldom asked for
+
+        try:
+            read_moves(value)
+        except UsageError as error:
+            self.fail(str(error), param, ctx)
+        return str(value)
+
+
+def gpu_option() -> Callable[[Any], Any]:
+    """The option --gpu of what restores."""
+    return click.option(
+        "--gpu",
+        "gpus",
+        type=Move(),
+        multiple=True,
+        help="What was on the image's GPU OLD comes to NEW, a number or UUID of phosd's ('phos-gpu status'). "
+        "May be repeated. Default: PHOS_RESTORE_GPUS; else each stays on its GPU, or takes another of the same model.",
+    )
 
 
 NAME = Text(NAME_BYTES)

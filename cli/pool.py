@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from phos.cli.outcome import tell
-from phos.cli.parameters import NAME, NAME_BYTES, NAME_OR_PATH, SECONDS_OR_NONE, Place, json_option, unfit
+from phos.cli.parameters import NAME, NAME_BYTES, NAME_OR_PATH, SECONDS_OR_NONE, Place, gpu_option, json_option, unfit
 from phos.cli.text import printable, printable_lines, size_text
 from phos.gen import wire_pb2
 from phos.gpu_engine.daemon import client, reach, wire
@@ -37,9 +37,12 @@ def pool() -> None:
 @click.option("--size", type=click.IntRange(1, 256), required=True, help="How many processes to keep parked.")
 @click.option("--name", type=NAME, help="What to call the pool. Default: the image directory's name.")
 @click.option("--lazy", type=click.Choice(["strict", "fast"]), help="How memory comes after a take (docs/restore.md).")
+@gpu_option()
 @click.option("--no-wait", is_flag=True, help="Return before the processes are parked.")
 @json_option()
-def create(image: Path, size: int, name: str | None, lazy: str | None, no_wait: bool, as_json: bool) -> None:
+def create(
+    image: Path, size: int, name: str | None, lazy: str | None, gpus: tuple[str, ...], no_wait: bool, as_json: bool
+) -> None:
     """Park SIZE processes from the directory IMAGE, and from then on another for each that is taken.
 
     Returns when all are parked. If one cannot be, says why and returns; phosd tries again from time to time.
@@ -56,6 +59,7 @@ def create(image: Path, size: int, name: str | None, lazy: str | None, no_wait: 
     try:
         config = os.environ.get("CRIU_CONFIG_FILE", "")
         wanted = wire_pb2.PoolCreate(name=called, size=size, lazy=lazy or "")
+        wanted.gpus = ",".join(gpus) or os.environ.get("PHOS_RESTORE_GPUS", "")
         wanted.criu_config = os.path.abspath(config) if config else ""
         _ask(pool_create=wanted, descriptors=[descriptor])
     finally:

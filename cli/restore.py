@@ -18,7 +18,7 @@ from phos.cli.criu import errors, image_directory, named_log
 from phos.cli.launched import Interrupted
 from phos.cli.lazy_pages import HUNG_UP, LazyPages
 from phos.cli.outcome import tell
-from phos.cli.parameters import Place, json_option
+from phos.cli.parameters import Place, gpu_option, json_option
 from phos.cli.progress import ImageProgress
 from phos.cli.refusal import refuse
 from phos.cli.restore_first import PAGES_LOG, RESTORE_LOG, Begun, Occupied
@@ -52,9 +52,10 @@ END_SECONDS = 5.0
 @click.option(
     "--lazy", is_flag=True, help="Let the processes compute while their memory, CPU and GPU, is still coming."
 )
+@gpu_option()
 @json_option()
 @click.pass_obj
-def restore(begun: Begun | None, image: str, lazy: bool, as_json: bool) -> None:
+def restore(begun: Begun | None, image: str, lazy: bool, gpus: tuple[str, ...], as_json: bool) -> None:
     """Restore the processes in the directory IMAGE. They run in the background.
 
     IMAGE may be tcp://HOST:PORT/NAME: an image that phosd at another host shares.
@@ -62,7 +63,7 @@ def restore(begun: Begun | None, image: str, lazy: bool, as_json: bool) -> None:
     Returns when they compute again; with --lazy, when all of their memory is there as well.
     """
     if not image.startswith(SCHEME):
-        _restore(image, image_directory(Path(image), create=False), lazy, as_json, begun)
+        _restore(image, image_directory(Path(image), create=False), lazy, gpus, as_json, begun)
         return
     from phos.cli.remote_image import fetched  # here, because other restores would wait for its network modules
 
@@ -72,13 +73,14 @@ def restore(begun: Begun | None, image: str, lazy: bool, as_json: bool) -> None:
             directory = stack.enter_context(fetched(image))
         except ImageError as error:
             refuse("restore", error, as_json, ExitStatus.FAILED)
-        _restore(image, directory, lazy, as_json, None, (began, began_at))
+        _restore(image, directory, lazy, gpus, as_json, None, (began, began_at))
 
 
 def _restore(
     image: str,
     directory: Path,
     lazy: bool,
+    gpus: tuple[str, ...],
     as_json: bool,
     begun: Begun | None,
     since: tuple[float, float] | None = None,
@@ -98,7 +100,7 @@ def _restore(
             refuse("restore", bad, as_json, ExitStatus.FAILED)
         reach.ensure(without=reach.FOR_ONE_COMMAND)
         try:
-            begun = Begun(str(directory), lazy)
+            begun = Begun(str(directory), lazy, ",".join(gpus))
         except Occupied as error:
             raise RestoreFailed(
                 f"Another restore brings memory from {image} at this moment ('phos-gpu status' shows it). Wait for it; "

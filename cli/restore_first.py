@@ -93,8 +93,8 @@ def private_folder() -> str:
 class Begun(Launched):
     """CRIU at work on a restore."""
 
-    def __init__(self, directory: str, lazy: bool) -> None:
-        """Start it; ``lazy``: and ``criu lazy-pages`` at its side, for which its plugin waits.
+    def __init__(self, directory: str, lazy: bool, gpus: str = "") -> None:
+        """Start it; ``lazy``: and ``criu lazy-pages`` at its side, for which its plugin waits. ``gpus``: OLD=NEW,...
 
         Raises:
             Occupied: another lazy restore has the directory.
@@ -111,6 +111,8 @@ class Begun(Launched):
         """Where the logs are, and the socket."""
         self._private = False
         criu, changes = native.launcher("criu"), {"PHOS_RESTORE": os.environ.get("PHOS_RESTORE", "")}
+        if gpus:
+            changes["PHOS_RESTORE_GPUS"] = gpus
         words = ["--restore-detached", "--shell-job", "--file-locks"]
         # Until there is somebody to end what is started here: a server that is left would keep the directory for ever.
         old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
@@ -127,7 +129,7 @@ class Begun(Launched):
                 starter = {"PHOS_LAZY_STARTER": str(os.getpid())}  # without whom it is not to wait for CRIU
                 self.pages = self.start_beside([criu, "lazy-pages", *places, "-o", PAGES_LOG, "-v2"], starter)
                 os.set_inheritable(self._lock, False)
-                changes = {"PHOS_RESTORE": "lazy", "PHOS_LAZY_PAGES": str(self.pages)}
+                changes |= {"PHOS_RESTORE": "lazy", "PHOS_LAZY_PAGES": str(self.pages)}
                 words.append("--lazy-pages")
             words += ["--lib", "phos", *places, "-o", RESTORE_LOG, log_level]
             terminal = os.path.exists(f"{directory}/{TERMINALS_FILE}") and os.isatty(0)

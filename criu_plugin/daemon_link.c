@@ -345,6 +345,7 @@ int phos_link_restore_begin(bool gpu_part)
 	begin.lazy = setting("PHOS_LAZY");
 	begin.pool = setting("PHOS_POOL");
 	begin.grown_files = setting("PHOS_GROWN_FILES");
+	begin.gpus = setting("PHOS_RESTORE_GPUS");
 	begin.gpu_part = gpu_part;
 	begin.run = setting("PHOS_CRIU_RUN");
 	envelope.body_case = PHOS__WIRE__ENVELOPE__BODY_RESTORE_BEGIN;

@@ -98,6 +98,8 @@ class Pool:
     dropped: bool = False
     criu_config: str = ""
     """A file with options for CRIU, beside those that it reads at any rate."""
+    gpus: str = ""
+    """On which GPUs its processes are to be (gpu_moves.py)."""
     held: bool = False
     """It has been tried to pin its image."""
     tables: dict[bytes, bytes] = field(default_factory=dict)
@@ -150,7 +152,16 @@ class Pools:
     # What is asked for.
 
     def create(
-        self, name: str, path: str, size: int, lazy: str, directory: int, *, criu_config: str = "", failed: str = ""
+        self,
+        name: str,
+        path: str,
+        size: int,
+        lazy: str,
+        directory: int,
+        *,
+        criu_config: str = "",
+        gpus: str = "",
+        failed: str = "",
     ) -> Pool:
         """A new pool; filling it begins, unless it has ``failed``. ``directory`` becomes the pool's.
 
@@ -162,7 +173,8 @@ class Pools:
         with self._changed:
             if name in self._pools:
                 raise UsageError(f"There is a pool {name} already. Drop it, or choose another --name.")
-            pool = Pool(name, path, size, lazy, directory, error=failed, failed=bool(failed), criu_config=criu_config)
+            pool = Pool(name, path, size, lazy, directory, error=failed, failed=bool(failed))
+            pool.criu_config, pool.gpus = criu_config, gpus
             self._pools[name] = pool
             self._former = [former for former in self._former if former.get("name") != name]
             self._remember()
@@ -362,7 +374,14 @@ class Pools:
     def _remember(self) -> None:
         """With the lock held: what a phosd after this one is to have."""
         wanted = [
-            {"name": p.name, "image": p.path, "size": p.size, "lazy": p.lazy, "criu_config": p.criu_config}
+            {
+                "name": p.name,
+                "image": p.path,
+                "size": p.size,
+                "lazy": p.lazy,
+                "criu_config": p.criu_config,
+                "gpus": p.gpus,
+            }
             for p in self._pools.values()
         ]
         temporary = self._state.with_suffix(".tmp")

@@ -6,7 +6,9 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import suppress
+from typing import Any
 
 from phos.gen import wire_pb2
 from phos.gpu_engine import procfs
@@ -19,6 +21,7 @@ from phos.gpu_engine.daemon.session import UNKNOWN_USER, Session
 from phos.gpu_engine.daemon.states import SessionState
 from phos.gpu_engine.errors import NotPermitted, PhosError, ProtocolError, RestoreFailed
 from phos.gpu_engine.restore.base import RestoredProcess
+from phos.gpu_engine.restore.gpu_moves import read_moves
 from phos.gpu_engine.restore.pool import CRIU_FAILED, PooledRestore
 from phos.gpu_engine.restore.settings import LazySettings
 from phos.images.errors import ImageError
@@ -76,19 +79,19 @@ class PoolServer:
         """Pools that a former phosd had."""
         for wanted in self.pools.remembered():
             try:
-                config = str(wanted.get("criu_config", ""))
-                self._revive(wanted["name"], wanted["image"], int(wanted["size"]), wanted["lazy"], config)
+                self._revive(wanted["name"], wanted["image"], int(wanted["size"]), wanted)
             except (KeyError, TypeError, ValueError, PhosError) as error:
                 log.warning("A pool of a former phosd is not filled again: %s", error)
 
-    def _revive(self, name: str, image: str, size: int, lazy: str, criu_config: str) -> None:
+    def _revive(self, name: str, image: str, size: int, wanted: Mapping[str, Any]) -> None:
         directory, gone = -1, ""
         try:
             directory = os.open(image, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:  # a disk that is mounted later, perhaps
             gone = f"Its image at {image} is gone ({error.strerror}). Put it back and restart phosd, or drop the pool."
         try:
-            self.pools.create(name, image, size, lazy, directory, criu_config=criu_config, failed=gone)
+            config, gpus = (str(wanted.get(key, "")) for key in ("criu_config", "gpus"))
+            self.pools.create(name, image, size, wanted["lazy"], directory, criu_config=config, gpus=gpus, failed=gone)
         except BaseException:
             if directory >= 0:
                 os.close(directory)
@@ -127,11 +130,14 @@ class PoolServer:
     def _create(self, request: wire_pb2.PoolCreate, directory: int) -> None:
         path = os.readlink(f"/proc/self/fd/{directory}")
         LazySettings.from_environment().changed(lazy=request.lazy)
-        PooledRestore.check(directory, path, self._registry.copier, self._registry.cow.touched)
+        PooledRestore.check(
+            directory, path, self._registry.copier, self._registry.cow.touched, read_moves(request.gpus)
+        )
         kept = os.dup(directory)
         try:
             name = request.name or os.path.basename(path)
-            self.pools.create(name, path, request.size, request.lazy, kept, criu_config=request.criu_config)
+            config, gpus = request.criu_config, request.gpus
+            self.pools.create(name, path, request.size, request.lazy, kept, criu_config=config, gpus=gpus)
         except PhosError:
             os.close(kept)
             raise
@@ -255,7 +261,7 @@ class PoolServer:
         settings = LazySettings.from_environment().changed(lazy=pool.lazy)
         registry = self._registry
         job = PooledRestore(pool.directory, pool.path, registry.copier, settings, registry.cow.touched)
-        job.tables = pool.tables
+        job.tables, job.gpu_moves = pool.tables, read_moves(pool.gpus)
         return job
 
     def _hold_image(self, pool: Pool) -> None:

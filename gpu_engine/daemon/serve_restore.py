@@ -21,6 +21,7 @@ from phos.gpu_engine.interruption import Interruption
 from phos.gpu_engine.restore import grown_files, ids
 from phos.gpu_engine.restore.base import UNDER_WAY, Restore, RestoredProcess
 from phos.gpu_engine.restore.eager import EagerRestore
+from phos.gpu_engine.restore.gpu_moves import read_moves
 from phos.gpu_engine.restore.lazy import LazyRestore
 from phos.gpu_engine.restore.settings import LazySettings
 from phos.gpu_engine.restore.socket_folders import SocketFolders
@@ -204,13 +205,18 @@ class RestoreServer:
         mode = request.mode or ("lazy" if _lazy_pages(connection.pid) else "eager")
         if mode not in ("lazy", "eager"):
             raise UsageError(f"PHOS_RESTORE={mode} is neither lazy nor eager.")
+        gpu_moves = read_moves(request.gpus)
+        job: Restore
         if mode == "lazy":
-            job = LazyRestore(directory, path, copier, settings, self._registry.cow.touched)
-            if job.suits():
-                return job
-            job.close()
-            log.warning("%s has chunks of another size than this PhOS makes: it is restored eagerly.", path)
-        return EagerRestore(directory, path, copier)
+            job = lazy = LazyRestore(directory, path, copier, settings, self._registry.cow.touched)
+            if not lazy.suits():
+                lazy.close()
+                mode = "eager"
+                log.warning("%s has chunks of another size than this PhOS makes: it is restored eagerly.", path)
+        if mode == "eager":
+            job = EagerRestore(directory, path, copier)
+        job.gpu_moves = gpu_moves
+        return job
 
     def _refuse_living(self, job: Restore) -> Restore | None:
         """See to it that none of the processes runs; returns a former restore of one that is not put away yet."""

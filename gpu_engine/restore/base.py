@@ -127,6 +127,8 @@ class Restore(ABC):
         self.socket_folders: SocketFolders | None = None
         """Made for it; whoever has set them keeps or discards them."""
         self._memory = ReservedMemory()  # where phosd copies to
+        self.gpu_moves: dict[int, str] = {}
+        """What was asked for, as gpu_moves.py reads it; to be set before it begins."""
         self._gpu_pairs: dict[str, str] = {}
         self._ordinals: dict[int, int] = {}
         inventory = self._image.inventory
@@ -215,10 +217,8 @@ class Restore(ABC):
             raise
 
     def _match_gpus(self) -> None:
-        present = driver.gpus()
-        used = {block.device for process in self._image.inventory.processes for block in process.blocks}
-        wanted = [gpu for gpu in self._image.inventory.gpus if gpu.ordinal in used or not used]
-        self._ordinals, self._gpu_pairs = match_gpus(list(self._image.inventory.gpus) or wanted, present)
+        wanted = list(self._image.inventory.gpus)
+        self._ordinals, self._gpu_pairs = match_gpus(wanted, driver.gpus(), self.gpu_moves)
 
     def close(self) -> None:
         """Let a restore go that never began loading."""

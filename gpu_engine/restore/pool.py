@@ -94,13 +94,14 @@ class PooledRestore(LazyRestore):
         self._discarded = False
 
     @classmethod
-    def check(cls, directory: int, path: str, copier: Copier, order: TouchOrder) -> None:
-        """See to it that processes of an image could be parked here.
+    def check(cls, directory: int, path: str, copier: Copier, order: TouchOrder, gpu_moves: dict[int, str]) -> None:
+        """See to it that processes of an image could be parked here, on these GPUs.
 
         Raises:
             ImageError, RestoreFailed: they could not.
         """
         tried = cls(directory, path, copier, LazySettings(), order)
+        tried.gpu_moves = gpu_moves
         try:
             if not tried.suits():
                 raise RestoreFailed(

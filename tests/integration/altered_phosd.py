@@ -19,8 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from phos.gen import phos_image_pb2 as pb
-from phos.gpu_engine import driver, landing, procfs, toggle
+from phos.gpu_engine import landing, procfs, toggle
 from phos.gpu_engine.copy_placed import PlacedSave
 from phos.gpu_engine.daemon import command_line
 from phos.gpu_engine.daemon.jobs import JobTable
@@ -32,7 +31,6 @@ from phos.gpu_engine.daemon.wire import Connection, close_all
 from phos.gpu_engine.errors import CheckpointFailed, ProtocolError
 from phos.gpu_engine.job_states import MISPREDICTED
 from phos.gpu_engine.named_memory import DumpedNamedMemory
-from phos.gpu_engine.restore import base
 from phos.gpu_engine.restore.base import Restore
 from phos.gpu_engine.restore.lazy import LazyRestore
 from phos.gpu_engine.restore.pool import PooledRestore
@@ -334,16 +332,6 @@ def counted() -> None:
     JobTable.report = counting  # type: ignore[method-assign]
 
 
-def swapped() -> None:
-    """What was on the first of two GPUs comes to the second, and the reverse: as if each were another machine's."""
-
-    def swap(wanted: list[pb.Gpu], present: list[driver.Gpu]) -> tuple[dict[int, int], dict[str, str]]:
-        first, second = present
-        return {0: 1, 1: 0}, {first.uuid: second.uuid, second.uuid: first.uuid}
-
-    base.match_gpus = swap
-
-
 def blind() -> None:
     """What a frozen task shares by name cannot be looked at; once."""
     look = DumpedNamedMemory.look
@@ -455,7 +443,6 @@ if __name__ == "__main__":
             "patient": patient,
             "stingy": stingy,
             "full house": full_house,
-            "swapped": swapped,
             "no thread to save": no_thread("save"),
             "no thread to copy pages": no_thread_to_copy_pages,
             "blind": blind,

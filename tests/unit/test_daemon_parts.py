@@ -30,6 +30,7 @@ from phos.gpu_engine.daemon.registry import Registry
 from phos.gpu_engine.daemon.states import SessionState
 from phos.gpu_engine.errors import RestoreFailed, UsageError
 from phos.gpu_engine.procfs import is_alive, start_time
+from phos.gpu_engine.restore.gpu_moves import read_moves
 from phos.gpu_engine.restore.gpus import match_gpus
 from phos.images.chunk_hash import zero_hash
 from tests.unit.as_user import as_user, needs_root
@@ -94,6 +95,55 @@ def test_gpus_that_match(name: str) -> None:
     wanted, present, ordinals, moves = MATCHES[name]
     found = match_gpus([image_gpu(*gpu) for gpu in wanted], [present_gpu(*gpu) for gpu in present])
     assert found == (ordinals, moves)
+
+
+TWO, THREE = [(0, 1), (1, 2)], [(0, 1), (1, 2), (2, 3)]
+SECOND = driver.format_uuid(bytes([2] * 16))
+ASKED = {
+    "the other": (TWO, TWO, "0=1", {0: 1, 1: 0}, pairs(u1=2, u2=1)),
+    "the other, by its UUID": (TWO, TWO, f"0={SECOND}", {0: 1, 1: 0}, pairs(u1=2, u2=1)),
+    "the other, by how its UUID begins": (TWO, TWO, "0=GPU-0202", {0: 1, 1: 0}, pairs(u1=2, u2=1)),
+    "both": (TWO, TWO, "0=1,1=0", {0: 1, 1: 0}, pairs(u1=2, u2=1)),
+    "where it is": (TWO, TWO, "0=0", {0: 0, 1: 1}, {}),
+    "who is in nobody's way stays": (THREE, THREE, "0=2", {0: 2, 1: 1, 2: 0}, pairs(u1=3, u2=2, u3=1)),
+    "one that the image does not know": ([(0, 1)], TWO, "0=1", {0: 1}, pairs(u1=2, u2=1)),
+    "on another machine": (TWO, [(0, 8), (1, 9)], "1=0", {0: 1, 1: 0}, pairs(u1=9, u2=8)),
+    "on a larger one": ([(0, 1)], [(0, 7), (1, 8), (2, 9)], "0=2", {0: 2}, pairs(u1=9, u7=7, u8=8)),
+}
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_gpus_that_were_asked_for(name: str) -> None:
+    wanted, present, words, ordinals, moves = ASKED[name]
+    found = match_gpus([image_gpu(*gpu) for gpu in wanted], [present_gpu(*gpu) for gpu in present], read_moves(words))
+    assert found == (ordinals, moves)
+
+
+REFUSED_MOVES = {
+    "2=0": r"The image has no GPU 2 that could come to 0; it has 0, 1 ",
+    "0=2": r"There is no GPU 2 here for the image's GPU 0. phosd has 0 \(GPU-0101",
+    "0=GPU-03": "There is no GPU GPU-03 here",
+    "0=GPU-": "There are several GPUs GPU- here",
+    "0=1,1=1": "GPU 1 is to take the place of two",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED_MOVES)
+def test_gpus_that_were_asked_for_and_cannot_be_had(words: str) -> None:
+    wanted, present = [image_gpu(*gpu) for gpu in TWO], [present_gpu(*gpu) for gpu in TWO]
+    with pytest.raises(RestoreFailed, match=REFUSED_MOVES[words]):
+        match_gpus(wanted, present, read_moves(words))
+    with pytest.raises(RestoreFailed, match="same model"):
+        match_gpus([image_gpu(0, 1)], [present_gpu(0, 1), present_gpu(1, 2, "B200", 10)], read_moves("0=1"))
+
+
+@pytest.mark.parametrize("words", ["0", "0=", "=1", "0=1=2", "a=1", "0=-1", "0=b", "0=GPU-x", "0 = 1", "\u0661=0"])
+def test_words_that_say_of_no_gpu_where_it_comes(words: str) -> None:
+    with pytest.raises(UsageError, match=r"says of no GPU where it comes\. It is OLD=NEW, as 0=1"):
+        read_moves(words)
+    with pytest.raises(UsageError, match=r"says twice where the image's GPU 0 comes"):
+        read_moves("0=1,0=0")
+    assert read_moves("") == {}
 
 
 def test_gpus_that_do_not_match() -> None:
