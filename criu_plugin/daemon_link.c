@@ -9,6 +9,7 @@
 #include "phos_plugin.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <poll.h>
 #include <signal.h>
 #include <stdio.h>
@@ -38,9 +39,10 @@ static struct {
 	bool gpu_part; /* of what is dumped */
 	bool names;    /* phosd sees to the names of files in shared memory */
 	bool copies;   /* phosd copies what tasks share without a name */
+	int dumped;    /* the directory of an image that phosd completes now; -1: there is none */
 	struct phos_alone *alone;
 	size_t alone_count;
-} link_ = { .fd = -1, .next_id = 1 };
+} link_ = { .fd = -1, .next_id = 1, .dumped = -1 };
 
 static const char *socket_path(char *buffer, size_t size)
 {
@@ -190,7 +192,9 @@ int phos_link_dump_begin(int pid)
 	cow.validate = setting("PHOS_VALIDATE");
 	cow.prioritise = setting("PHOS_PRIORITISE");
 	begin.cow = &cow;
-	begin.hides_pages = phos_can_hide();
+	/* One that somebody has work over a socket may put pages elsewhere than into files: the launcher does not know. */
+	begin.hides_pages = phos_can_hide() && !*setting("PHOS_CRIU_SERVES");
+	begin.leaves_running = phos_service_leaves_running();
 	envelope.body_case = PHOS__WIRE__ENVELOPE__BODY_DUMP_BEGIN;
 	envelope.dump_begin = &begin;
 	if (request(&envelope, criu_get_image_dir(), "begin the checkpoint", &said))
@@ -326,9 +330,41 @@ int phos_link_dump_end(int result, bool *kept)
 	ret = request(&envelope, hidden, "end the checkpoint", &said);
 	if (hidden >= 0)
 		close(hidden);
+	if (!ret && !result && link_.gpu_part)
+		link_.dumped = fcntl(criu_get_image_dir(), F_DUPFD_CLOEXEC, 0); /* CRIU closes its own before it answers */
 	/* Not started by the launcher, nobody knows what else CRIU was told. */
 	*kept = ret || result || said.kept || *setting("PHOS_MAY_KEEP") || !*setting("PHOS_PHOSD");
 	return ret ? ret : result;
+}
+
+int phos_link_wait_until_whole(void)
+{
+	Envelope envelope = PHOS__WIRE__ENVELOPE__INIT, *answer = NULL;
+	Phos__Wire__WaitImage wait = PHOS__WIRE__WAIT_IMAGE__INIT;
+	int ret = -1;
+
+	if (link_.dumped < 0)
+		return 0;
+	close(link_.fd); /* CRIU has let go of the tasks, and phosd goes on when it sees this end */
+	link_.fd = -1;
+	wait.timeout_s = COMPLETION_TIMEOUT_S;
+	wait.run = setting("PHOS_CRIU_RUN");
+	envelope.id = link_.next_id++;
+	envelope.body_case = PHOS__WIRE__ENVELOPE__BODY_WAIT_IMAGE;
+	envelope.wait_image = &wait;
+	if (!link_open() && !phos_send_packet(link_.fd, &envelope, &link_.dumped, 1))
+		answer = phos_receive_packet(link_.fd, envelope.id, COMPLETION_TIMEOUT_S);
+	if (!answer || answer->body_case != PHOS__WIRE__ENVELOPE__BODY_IMAGE_STATE)
+		pr_err("phosd has gone away before the image was whole\n");
+	else if (strcmp(answer->image_state->state, "committed"))
+		pr_err("the image is not whole: %s\n", answer->image_state->error);
+	else
+		ret = 0;
+	if (answer)
+		phos__wire__envelope__free_unpacked(answer, NULL);
+	close(link_.dumped);
+	link_.dumped = -1;
+	return ret;
 }
 
 int phos_link_restore_begin(bool gpu_part)
@@ -391,6 +427,7 @@ static void start_phosd(const char *phosd)
 			signal(number, SIG_DFL);
 		sigemptyset(&ended);
 		sigprocmask(SIG_SETMASK, &ended, NULL);
+		unsetenv("PHOS_CRIU_SERVES"); /* not for the CRIUs that phosd starts for pools */
 		setsid();
 		execl(phosd, phosd, "--ensure", (char *)NULL);
 		_exit(127);

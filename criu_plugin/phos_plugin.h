@@ -32,6 +32,11 @@ extern bool check_and_remove_inventory_plugin(const char *name, size_t size) __a
 int phos_link_dump_begin(int pid);
 /* *kept: the tasks may run on. */
 int phos_link_dump_end(int result, bool *kept);
+/*
+ * After a dump that has succeeded, when CRIU has let go of the tasks: returns 0 when the image is whole, or if phosd has no
+ * part in it, and -1 if it never will be.
+ */
+int phos_link_wait_until_whole(void);
 /* gpu_part: CRIU's part of the image says that it has one. */
 int phos_link_restore_begin(bool gpu_part);
 /* *park: the task is to be left stopped. phos_link_alone() may name tasks now. */
@@ -110,6 +115,9 @@ bool phos_fills(void);
 int phos_fill_begin(void);
 /* Returns 0 when all of it is there, or has been; -1: not all is, and the tasks must not run. */
 int phos_fill_end(void);
+
+/* Whether who has CRIU work over a socket wants the tasks of this dump to run on, as far as that is known (service.c). */
+bool phos_service_leaves_running(void);
 
 /* Returns when the server of a lazy restore that was started beside CRIU listens; at once if none was. */
 int phos_wait_lazy_pages(void);

@@ -111,7 +111,7 @@ class DumpServer:
             except RuntimeError as error:  # the processes stand still: whatever fails here, they are to come back
                 log.warning("Checkpoint of process %d: nobody looks whether CRIU is stuck: %s", request.pid, error)
             try:
-                result = self._follow_criu(connection, job, interruption, request.pid)
+                result = self._follow_criu(connection, job, interruption, request)
             except (PhosError, OSError) as error:
                 log.error("Checkpoint of process %d: CRIU's plugin is not to be understood: %s", request.pid, error)
                 _wait_for_end(connection, error)
@@ -137,11 +137,11 @@ class DumpServer:
                 self._registry.renew_if_broken()
 
     def _follow_criu(
-        self, connection: wire.Connection, job: StopDump | None, interruption: Interruption, root: int
+        self, connection: wire.Connection, job: StopDump | None, interruption: Interruption, request: wire_pb2.DumpBegin
     ) -> int:
         """Until CRIU's process ends. Returns its result; -1 if it did not say any, or was told to keep the tasks."""
         result = -1
-        kills, kept = not _leaves_alive(connection.pid), _may_leave_alive(connection.pid)
+        kills, kept = not _leaves_alive(connection.pid, request), _may_leave_alive(connection.pid)
         links: dict[str, int] = {}
         while (packet := connection.receive()) is not None:
             envelope, descriptors = packet
@@ -169,7 +169,7 @@ class DumpServer:
                         if job:
                             hidden = wire.content(wire.only(descriptors), limits.MAP_BYTES) if descriptors else b""
                             if end.device_files or end.device_mappings:
-                                job.leave_out_device_files(_tasks_of(root), mappings=end.device_mappings)
+                                job.leave_out_device_files(_tasks_of(request.pid), mappings=end.device_mappings)
                             job.criu_ended(result, hidden, links, kills=kills)
                         else:
                             interruption.settle()
@@ -383,7 +383,7 @@ class DumpServer:
         if protocol not in PROTOCOLS:
             raise UsageError(f"There is no protocol {protocol!r}: choose one of {', '.join(PROTOCOLS)}.")
         # Processes that are about to be killed, or that the driver alone saves, have nothing to compute meanwhile.
-        if protocol == "stop" or not assignment.gated or not _leaves_alive(connection.pid):
+        if protocol == "stop" or not assignment.gated or not _leaves_alive(connection.pid, request):
             return StopDump(assignment)
         return CowDump(assignment, cow, self._registry.cow)
 
@@ -524,9 +524,9 @@ def _wait_for_end(connection: wire.Connection, why: object) -> None:
             os.close(criu)
 
 
-def _leaves_alive(criu: int) -> bool:
+def _leaves_alive(criu: int, request: wire_pb2.DumpBegin) -> bool:
     """Whether a CRIU that is dumping will leave its tasks alive. In doubt (an RPC client asked it): it will not."""
-    return any(LEAVE.fullmatch(word) for word in _command_line(criu))
+    return request.leaves_running or any(LEAVE.fullmatch(word) for word in _command_line(criu))
 
 
 def _may_leave_alive(criu: int) -> bool:

@@ -215,6 +215,27 @@ def full_at_the_merge() -> None:
     PlacedSave.one = slowly  # type: ignore[method-assign]
 
 
+def slow_commit() -> None:
+    """CRIU and its tasks are long done when the image becomes whole."""
+    commit = ImageWriter.commit
+
+    def slowly(writer: ImageWriter, *arguments: Any) -> None:
+        time.sleep(SECONDS)
+        commit(writer, *arguments)
+
+    ImageWriter.commit = slowly  # type: ignore[method-assign]
+
+
+def full_at_the_commit() -> None:
+    """The image's file system is full when all but the commit record is there."""
+
+    def commit(writer: ImageWriter, *arguments: Any) -> None:
+        time.sleep(SECONDS)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "phos-commit.img")
+
+    ImageWriter.commit = commit  # type: ignore[method-assign]
+
+
 def cut_off() -> None:
     """The connection to a process breaks when it has its memory again and its window is to be opened; once.
 
@@ -435,6 +456,8 @@ if __name__ == "__main__":
             "phosd killed": phosd_killed,
             "killed while attaching": killed_while_attaching,
             "full at the merge": full_at_the_merge,
+            "slow commit": slow_commit,
+            "full at the commit": full_at_the_commit,
             "cut off": cut_off,
             "cut off lazily": cut_off_lazily,
             "unhurried": unhurried,

@@ -604,6 +604,27 @@ def test_criu_asks_the_plugin_for_pages_when_it_dumps_into_files(
     assert "--preload" not in started[started.index("--argv0") :]
 
 
+def test_a_criu_that_serves_somebody_has_the_plugin_at_hand(tree: Path, environment: dict[str, str]) -> None:
+    tree = with_own_criu(tree, environment)
+    write_program(
+        tree / "build" / "criu" / "loader" / "criu",
+        '#!/bin/sh\nprintf "%s\\n" "$@" >"$FAKE/argv"\nenv | grep ^PHOS_ >"$FAKE/variables"\n',
+    )
+    launcher = str(tree / "packaging" / "criu")
+    asked = {**environment, "PHOS_LINKS": "ours", "PHOS_FILL_PAGES": "1"}
+    subprocess.run([launcher, "swrk", "3"], env=asked, check=True, stdin=subprocess.DEVNULL)
+    started = Path(environment["FAKE"], "argv").read_text().splitlines()
+    assert started[2:4] == ["--preload", f"{plugins(tree)}/phos_plugin.so"]
+    assert started[-2:] == ["swrk", "3"]
+    variables = dict(line.split("=", 1) for line in Path(environment["FAKE"], "variables").read_text().splitlines())
+    assert (variables["PHOS_CRIU_SERVES"], variables["PHOS_MAY_KEEP"]) == ("1", "1")
+    assert not {"PHOS_LINKS", "PHOS_FILL_PAGES"} & set(variables)
+    # What another one has set is of no meaning to a CRIU with a command line.
+    others = {**environment, "PHOS_CRIU_SERVES": "1"}
+    subprocess.run([launcher, "check", "x"], env=others, check=True, stdin=subprocess.DEVNULL)
+    assert "PHOS_CRIU_SERVES" not in Path(environment["FAKE"], "variables").read_text()
+
+
 HOLDER = """
 import mmap, os, subprocess, sys
 name = sys.argv[1]
