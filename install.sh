@@ -243,6 +243,8 @@ packages_needed() {
         ${dev:+g++}; do # the tests run the examples' kernels as C++ on the CPU
         dpkg-query -W -f '${Status}\n' "$package" 2>/dev/null | grep -q '^install ok installed$' || echo "$package"
     done
+    # The tests have it start containers. Whoever has Docker's own packages has theirs, which Debian's would replace.
+    if [ -n "$dev" ] && ! command -v runc >/dev/null; then echo runc; fi
     # Debian splits venv's bootstrap off its Python; only that Python needs it.
     if [ -z "$python_wanted" ] && ! /usr/bin/python3 -I -c 'import venv, ensurepip, sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
         echo python3-venv
