@@ -332,10 +332,7 @@ class Pools:
         """What the sessions of a process's image are called now, if it is of a pool and does not know yet."""
         with self._changed:
             entries = list(self._entries.values())
-        for entry in entries:
-            if session in entry.restore.names and entry.restore.restored(pid):
-                return entry.restore.names
-        return {}
+        return next((names for entry in entries if (names := entry.restore.names_for(pid, session))), {})
 
     def report(self) -> list[wire_pb2.Status.Pool]:
         """For ``phos-gpu status`` and ``pool list``."""

@@ -349,6 +349,6 @@ class PoolServer:
                     session.identity.pid = pid
         return thread
 
-    def names_of(self, pid: int, session: bytes) -> list[wire_pb2.SessionName]:
+    def names_of(self, pid: int, session: bytes) -> dict[bytes, bytes]:
         """What a process of a pool is to call its image's sessions from now on."""
-        return [wire_pb2.SessionName(old=old, now=now) for old, now in self.pools.names_of(pid, session).items()]
+        return self.pools.names_of(pid, session)

@@ -46,6 +46,7 @@ class RestoreServer:
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
         self._restoring = threading.Lock()  # held while a restore looks for its processes and registers them
+        self._beside: list[Restore] = []  # those of images of which other processes run; guarded by the registry's lock
 
     def serve(self, connection: wire.Connection, envelope: wire_pb2.Envelope, descriptors: list[int]) -> None:
         """From the plugin's first packet until the restore has succeeded or failed."""
@@ -146,7 +147,7 @@ class RestoreServer:
         pids = ids.of_image(directory)
         in_the_way = ids.in_the_way(pids, connection.pid)
         job = self._job(connection, request, directory)
-        while (ending := self._begin_unless_ending(job, directory, connection, request, in_the_way)) is not None:
+        while (ending := self._begin_unless_ending(job, directory, connection, request, pids, in_the_way)) is not None:
             if not ending.put_away.wait(ENDING_SECONDS):
                 job.close()
                 raise RestoreFailed(
@@ -162,6 +163,7 @@ class RestoreServer:
         directory: int,
         connection: wire.Connection,
         request: wire_pb2.RestoreBegin,
+        pids: list[int],
         in_the_way: str,
     ) -> Restore | None:
         """Begin, or name the restore of one of the processes that has ended and is still in the way.
@@ -173,7 +175,7 @@ class RestoreServer:
         """
         with self._restoring:  # two restores of one image at the same moment: one of them finds the other's sessions
             try:
-                ending = self._refuse_living(job)
+                ending = self._refuse_living(job, pids, connection.pid)
                 if in_the_way:
                     raise RestoreFailed(in_the_way)
             except BaseException:
@@ -181,6 +183,9 @@ class RestoreServer:
                 raise
             if ending is not None:
                 return ending
+            if job.names:
+                with self._registry.lock:
+                    self._beside.append(job)
             self._registry.jobs.add(directory, job, connection.uid, request.run)
             put_away = job.close
             try:
@@ -218,19 +223,28 @@ class RestoreServer:
         job.gpu_moves = gpu_moves
         return job
 
-    def _refuse_living(self, job: Restore) -> Restore | None:
-        """See to it that none of the processes runs; returns a former restore of one that is not put away yet."""
+    def _refuse_living(self, job: Restore, pids: list[int], criu: int) -> Restore | None:
+        """See to it that none of the processes runs; returns a former restore of one that is not put away yet.
+
+        One that runs in another pid namespace than these are restored in is in nobody's way: they get sessions of their
+        own, and wait for no former restore.
+        """
         for process in job.processes:
             with self._registry.lock:
                 existing = self._registry.sessions.get(process.session)
                 restore = self._registry.loading.get(process.session)
             if existing is not None:
-                if restore is not None and restore.state in UNDER_WAY:
+                under_way = restore is not None and restore.state in UNDER_WAY
+                if (under_way or existing.alive()) and _is_beside(existing, pids, criu, under_way=under_way):
+                    job.rename()
+                    log.info("%s: other processes of this image run already; these get sessions anew.", job.path)
+                    return None
+                if restore is not None and under_way:
                     raise RestoreFailed(f"The process of this image is being restored already, from {restore.path}.")
                 if existing.alive():
                     raise RestoreFailed(
                         f"The process of this image still runs as pid {existing.pid} ({existing.executable}). "
-                        "End it first."
+                        "End it first, or restore in a pid namespace of its own."
                     )
                 self._registry.forget(existing)
             self._registry.wait_forgotten(process.session)  # another thread may have been quicker
@@ -249,6 +263,12 @@ class RestoreServer:
             self._registry.broker.add(block, os.getpid())  # the keeper watches phosd until the process exists
         return session
 
+    def names_of(self, pid: int, session: bytes) -> dict[bytes, bytes]:
+        """What a restored process is to call its image's sessions, if another one has the names that it knows."""
+        with self._registry.lock:
+            jobs = list(self._beside)
+        return next((names for job in jobs if (names := job.names_for(pid, session))), {})
+
     def _look_through(self, job: Restore) -> None:
         """What the image knows of kernels, which the processes are told when they attach: now, while CRIU works.
 
@@ -265,6 +285,7 @@ class RestoreServer:
     def settle(self, job: Restore) -> None:
         """The restore is over. Processes of one that failed are dead: let their memory go."""
         with self._registry.lock:
+            self._beside = [other for other in self._beside if other is not job]
             registered = {s for s, restore in self._registry.loading.items() if restore is job}
             for number in registered:
                 del self._registry.loading[number]
@@ -319,6 +340,15 @@ def _outside(criu: int, pid: int) -> int:
     if not (found := procfs.outer_pid(criu, pid)):
         raise RestoreFailed(f"Process {pid} of CRIU's pid namespace is not to be found from phosd's.")
     return found
+
+
+def _is_beside(existing: Session, pids: list[int], criu: int, *, under_way: bool) -> bool:
+    """Whether processes that CRIU restores under these pids are in another pid namespace than one that there is.
+
+    Without any pids they bring a namespace of their own, as a container's do. Of one whose restore is under way nobody
+    knows yet where it will be.
+    """
+    return not pids or (not under_way and procfs.pid_namespace(criu) != procfs.pid_namespace(existing.pid))
 
 
 def _lazy_pages(criu: int) -> bool:

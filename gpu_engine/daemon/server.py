@@ -188,11 +188,10 @@ class Daemon:
                 f"Process {connection.pid} speaks version {hello.protocol} of the control protocol, phosd "
                 f"{wire.PROTOCOL_VERSION}: it was started under another PhOS."
             )
-        names = self._pools.names_of(connection.pid, hello.session)
-        for name in names:
-            if name.old == hello.session:
-                hello.session = name.now
-                break
+        given = self._pools.names_of(connection.pid, hello.session)
+        given = given or self._restores.names_of(connection.pid, hello.session)
+        names = [wire_pb2.SessionName(old=old, now=now) for old, now in given.items()]
+        hello.session = given.get(hello.session, hello.session)
         with self._registry.lock:
             given_up = hello.state == wire_pb2.DETACHED and hello.session in self._registry.given_up
         if given_up:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import signal
 import threading
 import time
@@ -82,12 +83,8 @@ class Restore(ABC):
     mode = ""
     """eager or lazy."""
 
-    def __init__(
-        self, directory: int, path: str, copier: Copier, rename: Callable[[bytes], bytes] | None = None
-    ) -> None:
+    def __init__(self, directory: int, path: str, copier: Copier) -> None:
         """``directory`` is an open descriptor of the image directory; it stays the caller's.
-
-        ``rename``: what a session of the image is to be called; without it all keep their names.
 
         Raises:
             ImageError: there is no whole image in it.
@@ -136,10 +133,18 @@ class Restore(ABC):
         self._image_pids = {process.pid for process in inventory.processes}
         self._waiting_for = len(inventory.processes)
         self.names: dict[bytes, bytes] = {}
-        if rename is not None:
-            self.names = {p.session: rename(p.session) for p in inventory.processes if p.under_frontend}
+        """The image's session → what it is called from now on; empty if all keep their names."""
+        self._image_names: dict[bytes, bytes] = {}
+        self.processes = self._restored_processes()
+
+    def rename(self) -> None:
+        """Give its sessions names of their own, beside another process of the same image. Before it begins."""
+        self.names = {process.message.session: secrets.token_bytes(len(process.session)) for process in self.processes}
         self._image_names = {now: old for old, now in self.names.items()}
-        self.processes = [
+        self.processes = self._restored_processes()
+
+    def _restored_processes(self) -> list[RestoredProcess]:
+        return [
             RestoredProcess(
                 message=process,
                 pid=process.pid,
@@ -148,9 +153,13 @@ class Restore(ABC):
                     b.block: (self._now(b.owner_session), b.owner_block) for b in process.blocks if b.owner_session
                 },
             )
-            for process in inventory.processes
+            for process in self._image.inventory.processes
             if process.under_frontend
         ]
+
+    def names_for(self, pid: int, session: bytes) -> dict[bytes, bytes]:
+        """What the image's sessions are called, if this is one of its processes and calls itself by the old name."""
+        return self.names if session in self.names and self.restored(pid) else {}
 
     def _now(self, session: bytes) -> bytes:
         """What a session of the image is called from now on."""

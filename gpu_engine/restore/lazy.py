@@ -13,7 +13,6 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable
 from contextlib import ExitStack, closing
 
 from phos.gpu_engine.blocks import Block, BlockKey
@@ -80,10 +79,9 @@ class LazyRestore(Restore):
         copier: Copier,
         settings: LazySettings,
         order: TouchOrder,
-        rename: Callable[[bytes], bytes] | None = None,
     ) -> None:
         """As :class:`~phos.gpu_engine.restore.base.Restore`; ``order`` is told of what the processes touch first."""
-        super().__init__(directory, path, copier, rename)
+        super().__init__(directory, path, copier)
         self._learnt = order
         self._directory = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=directory)
         self._settings = settings

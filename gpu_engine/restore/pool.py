@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import signal
 import threading
 import time
@@ -72,7 +71,8 @@ class PooledRestore(LazyRestore):
 
     def __init__(self, directory: int, path: str, copier: Copier, settings: LazySettings, order: TouchOrder) -> None:
         """As :class:`~phos.gpu_engine.restore.lazy.LazyRestore`; its sessions are its own."""
-        super().__init__(directory, path, copier, settings, order, rename=lambda _: secrets.token_bytes(16))
+        super().__init__(directory, path, copier, settings, order)
+        self.rename()
         self.state = "parking"
         try:
             self.identity = identity(directory)

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,13 +24,43 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 CAPABILITIES = {6: "SETGID", 7: "SETUID", 12: "NET_ADMIN", 19: "SYS_PTRACE", 21: "SYS_ADMIN", 25: "SYS_TIME"}
 """By their numbers (linux/capability.h); of the programs in the container, and of CRIU where it runs in it."""
 
-OWN = {"proc", "dev", "sys", "tmp", "run"}
-"""What a container has of its own of the root's folders."""
+SYSTEM = ("bin", "etc", "lib", "lib64", "sbin", "usr")
+"""What a container has of the machine's, and cannot write to."""
+
+SEALED = """
+set -eu
+site=$1 repository=$2
+shift 2
+exec 5<"$site"
+mount -t tmpfs tmpfs /tmp
+mkdir -p "$site"
+mount --no-canonicalize --bind /proc/self/fd/5 "$site"
+exec 5<&-
+cd "$PWD"
+while read -r _ _ _ _ place _ rest; do
+    case ${rest##*- } in proc* | sysfs* | cgroup* | dev* | mqueue* | tmpfs*) continue ;; esac
+    case $place in "$site" | /tmp) ;; *) mount -o remount,bind,ro "$place" ;; esac
+done </proc/self/mountinfo
+for place in / "$repository"; do
+    [ ! -w "$place" ] || { echo "$place could be written to" >&2; exit 1; }
+done
+exec "$@"
+"""
+"""Every runc has a mount namespace of its own, in which nothing of the machine's can be written to but the site.
+
+To restore, runc mounts what the container is to have a second time, and not read-only, in the place of its root. What
+is left of that, if two do so at once or something fails, is removed later, and with it whatever is mounted there.
+"""
+
+
+def sealed(site: Site) -> list[str]:
+    """How a command begins that can write to nothing but the site."""
+    return ["unshare", "--mount", "sh", "-c", SEALED, "sh", str(site.folder), str(REPOSITORY)]
 
 
 @dataclass
 class Container:
-    """One of runc's, whose first process is an example, with its output on the site."""
+    """One of runc's, whose first process is an example, which appends its output to a file on the site."""
 
     site: Site
     name: str
@@ -41,7 +72,15 @@ class Container:
         output = self.bundle / "runc.out"  # not a pipe: what stays in the container would hold it
         with open(output, "w", encoding="utf-8") as file:
             done = subprocess.run(
-                ["runc", "--root", str(self.site.folder / "runc"), "--criu", str(launcher("criu")), *words],
+                [
+                    *sealed(self.site),
+                    "runc",
+                    "--root",
+                    str(self.site.folder / "runc"),
+                    "--criu",
+                    str(launcher("criu")),
+                    *words,
+                ],
                 cwd=self.bundle,
                 env={**self.site.environment, **changes},
                 stdin=subprocess.DEVNULL,
@@ -95,16 +134,16 @@ def tmpfs(path: str) -> dict[str, object]:
 
 
 def configuration(site: Site, bundle: Path, output: Path, options: Path) -> dict[str, object]:
-    """The machine's files, read only, in namespaces of its own; of the site's everything can be written to."""
+    """The system's files, read only, in namespaces of its own; of the site's everything can be written to."""
     root = bundle / "rootfs"
+    root.mkdir(parents=True)
     mounts = [{"destination": "/proc", "type": "proc", "source": "proc"}, tmpfs("/dev"), tmpfs("/dev/shm")]
     mounts += [tmpfs("/tmp"), tmpfs("/run")]
-    for entry in sorted(Path("/").iterdir()):
+    for entry in map(Path("/").joinpath, SYSTEM):
         if entry.is_symlink():
             (root / entry.name).symlink_to(os.readlink(entry))
         elif entry.is_dir():
-            (root / entry.name).mkdir()
-            mounts += [] if entry.name in OWN else [bind(entry, "ro")]
+            mounts.append(bind(entry, "ro"))
     ours = {REPOSITORY, launcher("criu").resolve().parents[1], Path(sys.prefix), Path(sys.base_prefix)}
     mounts += [bind(path, "ro") for path in sorted(ours)]
     mounts.append(bind(site.folder))
@@ -117,7 +156,7 @@ def configuration(site: Site, bundle: Path, output: Path, options: Path) -> dict
         "process": {
             "user": {"uid": 0, "gid": 0},
             "cwd": str(site.folder),
-            "args": ["/bin/sh", "-c", f'exec "$@" </dev/null >{output} 2>&1', "sh", *words],
+            "args": ["/bin/sh", "-c", f'exec "$@" </dev/null >>{output} 2>&1', "sh", *words],
             "env": [f"{name}={value}" for name, value in site.environment.items()],
             "capabilities": dict.fromkeys(("bounding", "effective", "permitted"), capabilities),
         },
@@ -127,26 +166,50 @@ def configuration(site: Site, bundle: Path, output: Path, options: Path) -> dict
     }
 
 
+def made(site: Site, number: int) -> Container:
+    """One that has not been started, with a root of its own: each runc mounts into it."""
+    bundle = site.folder / f"bundle-{number}"
+    container = Container(site, f"phos-test-{os.getpid()}-{number}", bundle, site.folder / "container.log")
+    options = site.folder / "criu.conf"
+    options.write_text(f"libdir {plugin_folder()}\nlog-file criu.log\nverbosity 4\n")
+    words = configuration(site, bundle, container.output, options)
+    (bundle / "config.json").write_text(json.dumps(words))
+    return container
+
+
 @pytest.fixture
 def container(site: Site) -> Iterator[Container]:
     """One that runs and computes, with phosd outside of it."""
     if shutil.which("runc") is None:
         skip("there is no runc")
-    bundle = site.folder / "bundle"
-    (bundle / "rootfs").mkdir(parents=True)
-    made = Container(site, f"phos-test-{os.getpid()}-{site.folder.name}", bundle, site.folder / "container.log")
-    options = site.folder / "criu.conf"
-    options.write_text(f"libdir {plugin_folder()}\nlog-file criu.log\nverbosity 4\n")
-    (bundle / "config.json").write_text(json.dumps(configuration(site, bundle, made.output, options)))
+    first = made(site, 0)
     site.run("phosd", "--ensure")
     try:
-        started = made.runc("run", "-d", made.name, check=False)
+        started = first.runc("run", "-d", first.name, check=False)
         if started.returncode != 0:
             skip(f"runc starts no container here: {started.stdout}")
-        made.wait_iterations(3)
-        yield made
+        first.wait_iterations(3)
+        yield first
     finally:
-        made.runc("delete", "--force", made.name, check=False)
+        first.runc("delete", "--force", first.name, check=False)
+
+
+def test_what_runc_mounts_cannot_be_written_to(site: Site) -> None:
+    """Nor removed then: not where it is mounted anew, by itself or with the root that it is in."""
+    place, mark = site.folder / "place", f"phos-test-{os.getpid()}"
+    place.mkdir()
+    write = (
+        f'mount --bind "$1" "$2" && ! touch "$2/{mark}" && mount --rbind / "$2" && ! touch "$2$1/{mark}" && touch ours'
+    )
+    done = subprocess.run(
+        [*sealed(site), "sh", "-c", write, "sh", str(REPOSITORY), str(place)],
+        cwd=site.folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr.count("Read-only file system")) == (0, 2), done.stderr
+    assert (site.folder / "ours").exists()
 
 
 def test_a_container_runs_on_and_comes_back(container: Container) -> None:
@@ -188,3 +251,26 @@ def test_a_container_is_not_checkpointed_without_phosd(container: Container) -> 
     assert "start it with 'phosd --ensure'" in container.log()
     container.site.run("phosd", "--ensure")
     assert container.result() == container.site.reference("mlp")
+
+
+def test_containers_of_one_image_beside_each_other(container: Container) -> None:
+    """Each has pids and a session of its own: the one that was dumped computes on, and two of its image with it."""
+    site, image = container.site, container.site.folder / "image"
+    others = [made(site, number) for number in (1, 2)]
+    container.checkpoint(image, "--leave-running")
+    try:
+        with ThreadPoolExecutor() as both:
+            list(both.map(lambda other: other.restore(image), others))
+        wait_until(lambda: len(site.status()["processes"]) == 3, "all to be known to phosd")
+        known = site.status()["processes"]
+        assert len({process["session"] for process in known}) == 3
+        assert {process["state"] for process in known} == {"running"}
+        expected = site.reference("mlp")
+        assert container.result() == expected
+        wait_until(lambda: not site.status()["processes"], "the end of all")
+        results = [line.split()[1] for line in container.lines() if line.startswith("RESULT")]
+        assert results == [expected] * 3
+        site.wait_no_gpu_memory()
+    finally:
+        for other in others:
+            other.runc("delete", "--force", other.name, check=False)

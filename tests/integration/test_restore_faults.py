@@ -150,6 +150,38 @@ def test_a_restore_into_a_fresh_pid_namespace(site: Site, mode: str) -> None:
     assert program.result() == "right", (done.returncode, site.errors(image / "restore.log"))
 
 
+@pytest.mark.parametrize("mode", ["eager", "lazy"])
+def test_a_process_beside_the_one_that_was_dumped(site: Site, mode: str) -> None:
+    """In a pid namespace of its own it is another process, with memory of its own; where the first is it is refused."""
+    program = blocks(site)
+    image = site.image()
+    site.dump(program, image, "--leave-running")
+    refused = site.restore(image, check=False)
+    assert refused.returncode != 0
+    assert "The process of this image still runs as pid" in site.errors(image / "restore.log")
+    criu = f"{launcher('criu')} restore --lib phos -D {image} -o restore.log -v4"
+    within = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c", f"{criu}; exit $?"]
+    other = subprocess.Popen(within, env={**site.environment, "PHOS_RESTORE": mode}, stdin=subprocess.DEVNULL)
+    try:
+
+        def both_run() -> bool:
+            assert other.poll() is None, site.errors(image / "restore.log")
+            known = site.status()["processes"]
+            return len(known) == 2 and {process["state"] for process in known} == {"running"}
+
+        wait_until(both_run, "both to run")
+        assert len({process["session"] for process in site.status()["processes"]}) == 2
+        again = site.image("again")
+        site.dump(program, again, "--leave-running")  # whose session is the first one's
+        program.let_end()
+        wait_until(lambda: program.lines().count("RESULT right") == 2, "both results")
+        assert other.wait(PATIENCE) == 0
+    finally:
+        other.kill()
+        other.wait()
+    site.wait_no_gpu_memory()
+
+
 def test_second_restore_of_an_image_that_is_being_restored(site: Site) -> None:
     toggles = Toggles(site, "restore")
     program = blocks(site, **toggles.environment)
