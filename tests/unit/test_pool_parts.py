@@ -40,14 +40,13 @@ class FakeRestore:
         self.tasks = [os.getpid()]
         self.gpu_bytes = 5
         self.progress = SimpleNamespace(total=7)
-        self.names: dict[bytes, bytes] = {b"old": b"now"}
         self.error = ""
         self.discarded = 0
         self._read, self._write = os.pipe()
         FakeRestore.made.append(self)
 
-    def restored(self, pid: int) -> bool:
-        return pid in self.pids
+    def names_for(self, pid: int, session: bytes) -> dict[bytes, bytes]:
+        return {b"old": b"now"} if pid in self.pids and session == b"old" else {}
 
     def parked(self) -> None:
         """It is."""
