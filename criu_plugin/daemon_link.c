@@ -39,7 +39,8 @@ static struct {
 	bool gpu_part; /* of what is dumped */
 	bool names;    /* phosd sees to the names of files in shared memory */
 	bool copies;   /* phosd copies what tasks share without a name */
-	int dumped;    /* the directory of an image that phosd completes now; -1: there is none */
+	bool behind;   /* phosd completes the image while the tasks run on */
+	int dumped;    /* its directory then, or -1 */
 	struct phos_alone *alone;
 	size_t alone_count;
 } link_ = { .fd = -1, .next_id = 1, .dumped = -1 };
@@ -330,8 +331,10 @@ int phos_link_dump_end(int result, bool *kept)
 	ret = request(&envelope, hidden, "end the checkpoint", &said);
 	if (hidden >= 0)
 		close(hidden);
-	if (!ret && !result && link_.gpu_part)
-		link_.dumped = fcntl(criu_get_image_dir(), F_DUPFD_CLOEXEC, 0); /* CRIU closes its own before it answers */
+	/* Else the image is whole now. CRIU closes its own descriptor before it answers. */
+	link_.behind = !ret && !result && link_.gpu_part && phos_service_leaves_running();
+	if (link_.behind)
+		link_.dumped = fcntl(criu_get_image_dir(), F_DUPFD_CLOEXEC, 0);
 	/* Not started by the launcher, nobody knows what else CRIU was told. */
 	*kept = ret || result || said.kept || *setting("PHOS_MAY_KEEP") || !*setting("PHOS_PHOSD");
 	return ret ? ret : result;
@@ -343,8 +346,13 @@ int phos_link_wait_until_whole(void)
 	Phos__Wire__WaitImage wait = PHOS__WIRE__WAIT_IMAGE__INIT;
 	int ret = -1;
 
-	if (link_.dumped < 0)
+	if (!link_.behind)
 		return 0;
+	link_.behind = false;
+	if (link_.dumped < 0) {
+		pr_err("nobody can tell whether the image becomes whole: there was no descriptor left for its directory\n");
+		return -1;
+	}
 	close(link_.fd); /* CRIU has let go of the tasks, and phosd goes on when it sees this end */
 	link_.fd = -1;
 	wait.timeout_s = COMPLETION_TIMEOUT_S;
@@ -411,6 +419,12 @@ static bool link_lost(void)
 	return link_.fd < 0 || (poll(&end, 1, 0) == 1 && end.revents);
 }
 
+/* Of the environment, what this CRIU alone is told: phosd serves others, too. reach.py has those that it is told itself. */
+static const char *const for_one_command[] = {
+	"PHOS_PROTOCOL", "PHOS_COW_POOL",     "PHOS_VALIDATE",	  "PHOS_PRIORITISE", "PHOS_RESTORE",  "PHOS_RESTORE_GPUS",
+	"PHOS_LAZY",	 "PHOS_GROWN_FILES", "PHOS_CRIU_SERVES", "PHOS_MAY_KEEP",   "PHOS_CRIU_RUN",
+};
+
 /* `phosd --ensure`, with nothing of what CRIU has told signals to do, and out of reach of who interrupts CRIU. */
 static void start_phosd(const char *phosd)
 {
@@ -427,7 +441,8 @@ static void start_phosd(const char *phosd)
 			signal(number, SIG_DFL);
 		sigemptyset(&ended);
 		sigprocmask(SIG_SETMASK, &ended, NULL);
-		unsetenv("PHOS_CRIU_SERVES"); /* not for the CRIUs that phosd starts for pools */
+		for (size_t i = 0; i < sizeof(for_one_command) / sizeof(*for_one_command); i++)
+			unsetenv(for_one_command[i]);
 		setsid();
 		execl(phosd, phosd, "--ensure", (char *)NULL);
 		_exit(127);

@@ -18,12 +18,10 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-/* How criu_req and criu_resp begin for a dump: type = DUMP; success = true. */
-static const uint8_t DUMP[] = { 0x08, 0x01 }, DUMPED[] = { 0x08, 0x01, 0x10, 0x01 };
-#define SUCCESS 3	   /* the place of that */
+/* How criu_req and criu_resp begin for a dump: type = DUMP; success = true. And a whole answer: success = false. */
+static const uint8_t DUMP[] = { 0x08, 0x01 }, DUMPED[] = { 0x08, 0x01, 0x10, 0x01 }, FAILED[] = { 0x08, 0x01, 0x10, 0x00 };
 #define OPTIONS 2	   /* criu_req's field */
 #define LEAVE_RUNNING 3	   /* criu_opts' field */
-#define ANSWER_MOST 65536 /* bytes; CRIU 4.1.1 adds the first errors of its log */
 
 static bool leaves_running;
 
@@ -120,12 +118,7 @@ __attribute__((visibility("default"))) ssize_t recv(int descriptor, void *data, 
 
 __attribute__((visibility("default"))) ssize_t write(int descriptor, const void *data, size_t size)
 {
-	uint8_t answer[ANSWER_MOST];
-
-	if (size < sizeof(DUMPED) || size > sizeof(answer) || memcmp(data, DUMPED, sizeof(DUMPED)) || !serves(descriptor) ||
-	    !phos_link_wait_until_whole())
+	if (size < sizeof(DUMPED) || memcmp(data, DUMPED, sizeof(DUMPED)) || !serves(descriptor) || !phos_link_wait_until_whole())
 		return syscall(SYS_write, descriptor, data, size);
-	memcpy(answer, data, size);
-	answer[SUCCESS] = 0;
-	return syscall(SYS_write, descriptor, answer, size);
+	return syscall(SYS_write, descriptor, FAILED, sizeof(FAILED)) < 0 ? -1 : (ssize_t)size;
 }

@@ -183,12 +183,12 @@ class RestoreServer:
                 raise
             if ending is not None:
                 return ending
-            if job.names:
-                with self._registry.lock:
-                    self._beside.append(job)
-            self._registry.jobs.add(directory, job, connection.uid, request.run)
             put_away = job.close
             try:
+                if job.names:
+                    with self._registry.lock:
+                        self._beside.append(job)
+                self._registry.jobs.add(directory, job, connection.uid, request.run)
                 job.begin(lambda process, blocks: self._register(job, process, blocks))
                 put_away = job.watch_to_the_end  # it is being loaded
                 self._registry.lend_imports(job)
@@ -229,17 +229,16 @@ class RestoreServer:
         One that runs in another pid namespace than these are restored in is in nobody's way: they get sessions of their
         own, and wait for no former restore.
         """
+        if self._is_beside(job, pids, criu):
+            job.rename()
+            log.info("%s: other processes of this image run already; these get sessions anew.", job.path)
+            return None
         for process in job.processes:
             with self._registry.lock:
                 existing = self._registry.sessions.get(process.session)
                 restore = self._registry.loading.get(process.session)
             if existing is not None:
-                under_way = restore is not None and restore.state in UNDER_WAY
-                if (under_way or existing.alive()) and _is_beside(existing, pids, criu, under_way=under_way):
-                    job.rename()
-                    log.info("%s: other processes of this image run already; these get sessions anew.", job.path)
-                    return None
-                if restore is not None and under_way:
+                if restore is not None and restore.state in UNDER_WAY:
                     raise RestoreFailed(f"The process of this image is being restored already, from {restore.path}.")
                 if existing.alive():
                     raise RestoreFailed(
@@ -251,6 +250,23 @@ class RestoreServer:
             if restore is not None and not restore.put_away.is_set():
                 return restore
         return None
+
+    def _is_beside(self, job: Restore, pids: list[int], criu: int) -> bool:
+        """Whether one of the processes runs, in another pid namespace than CRIU restores these pids in.
+
+        Without any pids they bring a namespace of their own, as a container's do. Where a process will be whose restore
+        is under way nobody knows yet; and of files that the driver saved its part to there are none for two at a time.
+        """
+        for process in job.processes:
+            with self._registry.lock:
+                existing = self._registry.sessions.get(process.session)
+                restore = self._registry.loading.get(process.session)
+            if restore is not None and restore.state in UNDER_WAY:
+                if not pids and not process.message.residues:
+                    return True
+            elif existing is not None and existing.alive() and _apart(pids, criu, existing):
+                return True
+        return False
 
     def _register(self, job: Restore, process: RestoredProcess, blocks: list[Block]) -> Session:
         session = self._registry.session(process.session, process.pid, UNKNOWN_USER, SessionState.DETACHED)
@@ -342,13 +358,8 @@ def _outside(criu: int, pid: int) -> int:
     return found
 
 
-def _is_beside(existing: Session, pids: list[int], criu: int, *, under_way: bool) -> bool:
-    """Whether processes that CRIU restores under these pids are in another pid namespace than one that there is.
-
-    Without any pids they bring a namespace of their own, as a container's do. Of one whose restore is under way nobody
-    knows yet where it will be.
-    """
-    return not pids or (not under_way and procfs.pid_namespace(criu) != procfs.pid_namespace(existing.pid))
+def _apart(pids: list[int], criu: int, existing: Session) -> bool:
+    return not pids or procfs.pid_namespace(criu) != procfs.pid_namespace(existing.pid)
 
 
 def _lazy_pages(criu: int) -> bool:

@@ -54,6 +54,13 @@ AWAY = frozenset({SessionState.DETACHED, SessionState.RETURNING, SessionState.AT
 """In those states of its session a process has a connection, or makes one at once; in these it may take any time."""
 
 
+NEVER_RESTORED = (
+    "Its restore failed, or phosd ended meanwhile: what it asks for is the memory of another process of its image. "
+    "Restore it again."
+)
+"""To a process that was restored beside another one."""
+
+
 class Daemon:
     """phosd: what it does for the processes under the frontend, and the way to those who serve the others."""
 
@@ -198,6 +205,15 @@ class Daemon:
             log.error("Process %d was restored, and its restore has failed: it is ended.", connection.pid)
             os.kill(connection.pid, signal.SIGKILL)
             return
+        if hello.state == wire_pb2.DETACHED and self._is_anothers(hello.session, connection.pid):
+            log.error(
+                "Process %d was restored beside another one of its image, and never got its memory.", connection.pid
+            )
+            lost = wire_pb2.Welcome(action=wire_pb2.Welcome.LOST, error=NEVER_RESTORED)
+            connection.reply(envelope.id, welcome=lost)
+            while (packet := connection.receive()) is not None:
+                wire.close_all(packet[1])
+            return
         session = self._session_for(connection, hello)
         if hello.state != wire_pb2.DETACHED:
             self._replace_program(session, connection.pid)
@@ -241,6 +257,17 @@ class Daemon:
             session.disconnected(connection)
             if session.machine.state in CONNECTED | AWAY:
                 self._expire_later(session)
+
+    def _is_anothers(self, number: bytes, pid: int) -> bool:
+        """Whether the session that a detached process names is that of another one, which lives.
+
+        It was restored beside that one, and phosd or its restore ended before it learnt what it is called from now on.
+        """
+        with self._registry.lock:
+            session, restore = self._registry.sessions.get(number), self._registry.restores.get(number)
+        if session is None or session.pid == pid or (restore is not None and restore.restored(pid)):
+            return False
+        return session.alive()
 
     def _replace_program(self, session: Session, pid: int) -> None:
         """A process has one session at a time: one that it had before ended with the program that it replaced."""

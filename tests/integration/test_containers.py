@@ -21,6 +21,9 @@ from tests.unit.image_sets import skip
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
+OURS = sorted({Path(sys.prefix), Path(sys.base_prefix), launcher("criu").resolve().parents[1], REPOSITORY})
+"""What runs in a container, and is wherever it was put."""
+
 CAPABILITIES = {6: "SETGID", 7: "SETUID", 12: "NET_ADMIN", 19: "SYS_PTRACE", 21: "SYS_ADMIN", 25: "SYS_TIME"}
 """By their numbers (linux/capability.h); of the programs in the container, and of CRIU where it runs in it."""
 
@@ -29,19 +32,26 @@ SYSTEM = ("bin", "etc", "lib", "lib64", "sbin", "usr")
 
 SEALED = """
 set -eu
-site=$1 repository=$2
-shift 2
-exec 5<"$site"
+site=$1
+exec 5</tmp
 mount -t tmpfs tmpfs /tmp
-mkdir -p "$site"
-mount --no-canonicalize --bind /proc/self/fd/5 "$site"
+mkdir /tmp/.machine
+mount --no-canonicalize --bind /proc/self/fd/5 /tmp/.machine
 exec 5<&-
+while [ "$1" != -- ]; do
+    mkdir -p "$1"
+    case $1 in /tmp/*) mount --bind "/tmp/.machine${1#/tmp}" "$1" ;; *) mount --bind "$1" "$1" ;; esac
+    last=$1
+    shift
+done
+shift
+umount --lazy /tmp/.machine
 cd "$PWD"
 while read -r _ _ _ _ place _ rest; do
     case ${rest##*- } in proc* | sysfs* | cgroup* | dev* | mqueue* | tmpfs*) continue ;; esac
     case $place in "$site" | /tmp) ;; *) mount -o remount,bind,ro "$place" ;; esac
 done </proc/self/mountinfo
-for place in / "$repository"; do
+for place in / "$last"; do
     [ ! -w "$place" ] || { echo "$place could be written to" >&2; exit 1; }
 done
 exec "$@"
@@ -55,7 +65,7 @@ is left of that, if two do so at once or something fails, is removed later, and 
 
 def sealed(site: Site) -> list[str]:
     """How a command begins that can write to nothing but the site."""
-    return ["unshare", "--mount", "sh", "-c", SEALED, "sh", str(site.folder), str(REPOSITORY)]
+    return ["unshare", "--mount", "sh", "-c", SEALED, "sh", str(site.folder), *map(str, OURS), "--"]
 
 
 @dataclass
@@ -144,8 +154,7 @@ def configuration(site: Site, bundle: Path, output: Path, options: Path) -> dict
             (root / entry.name).symlink_to(os.readlink(entry))
         elif entry.is_dir():
             mounts.append(bind(entry, "ro"))
-    ours = {REPOSITORY, launcher("criu").resolve().parents[1], Path(sys.prefix), Path(sys.base_prefix)}
-    mounts += [bind(path, "ro") for path in sorted(ours)]
+    mounts += [bind(path, "ro") for path in OURS]
     mounts.append(bind(site.folder))
     words = [str(launcher("phos-gpu")), "run", "--", *example_words("mlp"), "--until", str(end_file(output))]
     held = int(next(line for line in Path("/proc/self/status").read_text().splitlines() if "CapEff" in line)[7:], 16)

@@ -182,6 +182,33 @@ def test_a_process_beside_the_one_that_was_dumped(site: Site, mode: str) -> None
     site.wait_no_gpu_memory()
 
 
+def test_phosd_dies_before_a_process_beside_another_has_its_memory(site: Site) -> None:
+    """It still goes by the other one's name then, and the next phosd knows that one alone: who gets nothing of it."""
+    daemon(site)
+    program = blocks(site)
+    image = site.image()
+    site.dump(program, image, "--leave-running")
+    site.stop_phosd()
+    daemon(site, SOFTGPU_COPY_BANDWIDTH=str(1 << 20))
+    wait_until(lambda: len(site.status()["processes"]) == 1, "the program to connect anew")
+    log, criu = image / "restore.log", f"{launcher('criu')} restore --lib phos -D {image} -o restore.log -v4"
+    within = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c", f"{criu}; exit $?"]
+    other = subprocess.Popen(within, env={**site.environment, "PHOS_RESTORE": "eager"}, stdin=subprocess.DEVNULL)
+    try:
+        wait_until(lambda: "Restore finished successfully" in text_of(log), "CRIU")
+        os.kill(site.daemon_pid(), signal.SIGKILL)
+        daemon(site)
+        wait_until(lambda: "was restored beside another one" in log_of(site), "the next phosd to be asked")
+        other.wait(PATIENCE)
+        assert any("is the memory of another process of its image" in line for line in program.lines())
+        program.wait_progress(3)
+        assert [process["pid"] for process in site.status()["processes"]] == [program.pid]
+        assert program.wait_result() == "right"
+    finally:
+        other.kill()
+        other.wait()
+
+
 def test_second_restore_of_an_image_that_is_being_restored(site: Site) -> None:
     toggles = Toggles(site, "restore")
     program = blocks(site, **toggles.environment)
