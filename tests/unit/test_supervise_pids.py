@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -48,9 +49,15 @@ def test_without_an_image_the_first_one_does(supervise: ModuleType, tmp_path: Pa
 
 
 def test_what_is_for_one_command_is_the_same_for_all_that_start_phosd(supervise: ModuleType) -> None:
-    launcher = (Path(__file__).parents[2] / "packaging" / "criu").read_text()
-    (unset,) = (line.split()[1:] for line in launcher.splitlines() if line.startswith("        unset PHOS_"))
-    assert set(supervise.FOR_ONE_COMMAND) == set(reach.FOR_ONE_COMMAND) == set(unset)
+    root = Path(__file__).parents[2]
+    launcher = (root / "packaging" / "criu").read_text()
+    lines = [line.split()[1:] for line in launcher.splitlines() if line.startswith("        unset PHOS_")]
+    unset = {name for line in lines for name in line}
+    assert set(supervise.FOR_ONE_COMMAND) == set(reach.FOR_ONE_COMMAND) == unset
+    plugin = (
+        (root / "criu_plugin" / "daemon_link.c").read_text().partition("for_one_command[] = {")[2].partition("}")[0]
+    )
+    assert set(re.findall(r'"(\w+)"', plugin)) == unset | {"PHOS_CRIU_SERVES", "PHOS_MAY_KEEP", "PHOS_CRIU_RUN"}
 
 
 FORKS = """

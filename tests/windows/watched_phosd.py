@@ -102,7 +102,7 @@ def watch(truth: Path, lies: Path) -> None:
     feed.ChunkFeed.changed = changed_and_told  # type: ignore[method-assign]
     dump.CowDump._copy = copy_and_keep  # type: ignore[method-assign,assignment]
     kernels.table_file = perhaps_lie  # type: ignore[assignment]
-    serve_dump._leaves_alive = lambda criu: True  # who asks is no CRIU
+    serve_dump._leaves_alive = lambda criu, request: True  # who asks is no CRIU
 
 
 if __name__ == "__main__":
